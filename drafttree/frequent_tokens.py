@@ -1,23 +1,27 @@
-"""The most frequent tokens of a vocabulary, as far as its tokenizer tells.
+"""The most frequent tokens of a vocabulary, by the order in its tokenizer's file.
 
 The tokenizers of most language models were made by joining the most frequent pair of tokens of a
-text again and again (byte pair encoding), or carry the tokens' log-probabilities (unigram models).
-So their files hold an order of frequency, of text in all languages that they were made for.
+text again and again (byte pair encoding), or have the tokens' log-probabilities (unigram models).
+Either gives an order of frequency, of text in all languages that they were made for.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 _FILE = "tokenizer.json"
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
 
 def frequent_tokens(folder: Path, count: int, vocab_size: int) -> list[int] | None:
     """The most frequent tokens of a model's vocabulary.
 
-    Special tokens and the tokens from which all others are joined, bytes or characters, come first.
+    Special tokens come first. With byte pair encoding the bytes and characters from which the
+    others are joined follow, and tokens that were never joined come last.
 
     Args:
         folder: The model's folder, in Hugging Face's layout.
@@ -25,7 +29,7 @@ def frequent_tokens(folder: Path, count: int, vocab_size: int) -> list[int] | No
         vocab_size: Number of tokens of the model's logits.
 
     Returns:
-        Their ids, ascending; None if the folder has no `tokenizer.json` of these kinds.
+        Their ids, ascending; None if the folder has no `tokenizer.json` of these two kinds.
 
     Raises:
         ValueError: The file is damaged.
@@ -36,7 +40,9 @@ def frequent_tokens(folder: Path, count: int, vocab_size: int) -> list[int] | No
     try:
         tokenizer = json.loads(file.read_text(encoding="utf-8"))
         model = tokenizer["model"]
-        order = _ORDERS[model["type"]](model) if model.get("type") in _ORDERS else None
+        # Older files with merges do not say of what type they are.
+        kind = model.get("type") or ("BPE" if "merges" in model else None)
+        order = _ORDERS[kind](model) if kind in _ORDERS else None
         special = [int(each["id"]) for each in tokenizer.get("added_tokens", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the tokenizer {file} is damaged: {error!r}") from error
@@ -48,12 +54,13 @@ def frequent_tokens(folder: Path, count: int, vocab_size: int) -> list[int] | No
 
 
 def _by_merges(model: dict[str, Any]) -> list[int]:
-    """The tokens of byte pair encoding: those that are not joined first, then in order."""
+    """The tokens of byte pair encoding: bytes and characters, and the others as they are joined."""
     ids: dict[str, int] = model["vocab"]
     pairs = (each.split(" ") if isinstance(each, str) else each for each in model["merges"])
     joined = dict.fromkeys("".join(pair) for pair in pairs)
-    parts = [token for name, token in ids.items() if name not in joined]
-    return [*parts, *(ids[name] for name in joined if name in ids)]
+    parts = [name for name in ids if len(name) == 1 or _BYTE.fullmatch(name)]
+    # What was inserted before keeps its place.
+    return [ids[name] for name in dict.fromkeys([*parts, *joined, *ids]) if name in ids]
 
 
 def _by_scores(model: dict[str, Any]) -> list[int]:

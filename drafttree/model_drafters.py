@@ -77,7 +77,7 @@ class DraftModelDrafter(ModelDrafter):
         """Read what `logits` needs of the draft model's output head; called when it is loaded.
 
         Args:
-            head: As in `logits`. It may be kept, for `on_new_weights`.
+            head: As in `logits`.
             width: Size of the model's hidden states, d.
             dtype: Their data type.
 
@@ -95,7 +95,7 @@ class DraftModelDrafter(ModelDrafter):
             head: Its output head, from `[N, d]` to `[N, V]`.
 
         Returns:
-            `[N, V]`, finite where the head's are; very small ones for tokens that are not drafted.
+            `[N, V]`, finite where the head's are; very negative for tokens that are not drafted.
         """
         return head(states)
 

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 _MOST = 127
-_INDEX = "model.safetensors.index.json"
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
+_NOT_COPIED = {_INDEX, "params.json", "consolidated.safetensors.index.json"}
+"""Files that tell engines of weights in other files, as in folders of Mistral's."""
 
 
 def quantize(model: Path, output: Path, report: Callable[[str], None]) -> None:
@@ -39,11 +41,9 @@ def quantize(model: Path, output: Path, report: Callable[[str], None]) -> None:
     """
     if output.exists():
         raise FileExistsError(f"{output} exists: name a new folder")
-    config_file, files = model / "config.json", sorted(model.glob("*.safetensors"))
-    if not config_file.is_file() or not files:
-        raise ValueError(f"{model} has no config.json with .safetensors files beside it")
+    files = _files_of_weights(model)
     linear, head = _linear_layers(model)
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = _quantization_config(head)
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
@@ -61,10 +61,31 @@ def quantize(model: Path, output: Path, report: Callable[[str], None]) -> None:
             index = {"metadata": {"total_size": size}, "weight_map": file_of}
             (made / _INDEX).write_text(json.dumps(index, indent=2))
         for file in model.iterdir():
-            if file.is_file() and file.suffix not in _WEIGHTS and file.name != _INDEX:
+            if file.is_file() and file.suffix not in _WEIGHTS and file.name not in _NOT_COPIED:
                 shutil.copyfile(file, made / file.name)
         (made / "config.json").write_text(json.dumps(config, indent=2))
         made.rename(output)
+
+
+def _files_of_weights(model: Path) -> list[Path]:
+    """The files with a model's weights.
+
+    Raises:
+        ValueError: There are none.
+    """
+    names = [_WHOLE]
+    try:
+        index = json.loads((model / _INDEX).read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+    except FileNotFoundError:
+        pass
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{model / _INDEX} is damaged: {error!r}") from error
+    files = [model / name for name in names]
+    for file in (model / "config.json", *files):
+        if not file.is_file():
+            raise ValueError(f"{model} has no {file.name}: name a model in safetensors")
+    return files
 
 
 def _linear_layers(model: Path) -> tuple[set[str], str]:
@@ -84,8 +105,12 @@ def _linear_layers(model: Path) -> tuple[set[str], str]:
         raise ValueError(f"the model in {model} cannot be read: {error}") from error
     if getattr(config, "quantization_config", None):
         raise ValueError(f"the model in {model} is quantized already")
-    if any(weight.dim() > 2 for weight in module.parameters()):
-        raise ValueError(f"the model in {model} has experts, which are not quantized here")
+    large = next((name for name, each in module.named_parameters() if each.dim() > 2), None)
+    if large is not None:
+        raise ValueError(
+            f"the model in {model} has weights of more than two dimensions, such as those of "
+            f"experts, which are not quantized here: {large}"
+        )
     head = module.get_output_embeddings()
     modules = dict(module.named_modules())
     names = {
@@ -95,7 +120,7 @@ def _linear_layers(model: Path) -> tuple[set[str], str]:
     }
     if not names:
         raise ValueError(f"the model in {model} has no linear layers")
-    return names, next(name for name, each in modules.items() if each is head)
+    return names, next((name for name, each in modules.items() if each is head), "lm_head")
 
 
 def _quantization_config(head: str) -> dict[str, Any]:
@@ -121,19 +146,21 @@ def _quantize_file(file: Path, output: Path, linear: set[str]) -> list[str]:
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
+    made: dict[str, Tensor] = {}
     try:
-        opened = safe_open(file, "pt")
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - this is no dictionary
+                weight = weights.get_tensor(name)
+                if name in linear:
+                    made[name], made[f"{name}_scale"] = rounded(weight)
+                else:
+                    made[name] = weight
     except SafetensorError as error:
         raise ValueError(f"the weights in {file} cannot be read: {error}") from error
-    made: dict[str, Tensor] = {}
-    with opened as weights:
-        for name in weights.keys():  # noqa: SIM118 - this is no dictionary
-            weight = weights.get_tensor(name)
-            if name in linear:
-                made[name], made[f"{name}_scale"] = rounded(weight)
-            else:
-                made[name] = weight
-    save_file(made, output, metadata={"format": "pt"})
+    try:
+        save_file(made, output, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{output} cannot be written: {error}") from error
     return [*made]
 
 

@@ -34,14 +34,14 @@ def _hot_tokens(options: RsdOptions, target: Target) -> torch.Tensor | None:
     if count == "whole" or count >= target.vocab_size:
         return None
     # The models have the same vocabulary.
-    folder = target.folder or local_folder(options.model)
-    tokens = None if folder is None else frequent_tokens(folder, count, target.vocab_size)
-    if tokens is None:
-        raise ValueError(
-            f"head={count} drafts the most frequent tokens, but {folder or target.model} has no "
-            "tokenizer.json with merges or scores: choose head=whole"
-        )
-    return torch.tensor(tokens, device=target.device)
+    for folder in (target.folder, local_folder(options.model)):
+        tokens = None if folder is None else frequent_tokens(folder, count, target.vocab_size)
+        if tokens is not None:
+            return torch.tensor(tokens, device=target.device)
+    raise ValueError(
+        f"head={count} drafts the most frequent tokens, but neither {target.model} nor "
+        f"{options.model} has a tokenizer.json with merges or scores: choose head=whole"
+    )
 
 
 METHOD = Method(

@@ -74,9 +74,9 @@ class RsdOptions(SharingOptions):
     )
     head: int | Literal["whole"] = Field(
         default="whole",
-        description="Which tokens are drafted. `whole`: all. A number: so many, those that the "
-        "tokenizer's merges or scores tell to be the most frequent ones, by a copy of their part "
-        "of the draft model's output head, which takes less time.",
+        description="Which tokens are drafted. `whole`: all. A number: so many, the most frequent "
+        "ones by the order of the tokenizer's merges or by its scores. Of the draft model's output "
+        "head only a copy of their rows is multiplied.",
     )
     tables: bool | RecycleOptions = Field(
         default=False,

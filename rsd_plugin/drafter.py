@@ -110,16 +110,10 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
                     f"model={self._options.model!r}: {error}. Choose head=whole"
                 ) from error
             hot_head.read(head)
-        self._hot_head, self._head = hot_head, head
+        self._hot_head = hot_head
         self._logger.info(
             "RSD drafts the %d most frequent of %d tokens", len(self._hot), self._vocab_size
         )
-
-    def on_new_weights(self) -> None:
-        """Read the head again."""
-        if self._hot_head is not None:
-            with torch.inference_mode():
-                self._hot_head.read(self._head)
 
     def logits(self, states: Tensor, head: Head) -> Tensor:
         """Logits `[N, V]` of the draft model's states `[N, d]`."""

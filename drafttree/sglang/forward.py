@@ -16,7 +16,6 @@ from tree_kernels.mask import tree_mask
 from drafttree.sglang.adapters import use_no_adapters
 from drafttree.sglang.kv_plan import plan_kv_writes
 from drafttree.sglang.model_inputs import use_text_positions
-from drafttree.sglang.model_parts import output_head, text_model
 
 
 def forward_seconds(
@@ -40,8 +39,11 @@ def forward_seconds(
 
     batch = _batch(runner, requests, tokens, context, tree)
     positions = batch.positions if batch.mrope_positions is None else batch.mrope_positions
-    model = text_model(runner.model)
-    head = output_head(model)
+    # Some multimodal models have a whole model for text inside.
+    model = getattr(runner.model, "language_model", runner.model)
+    head = getattr(model, "lm_head", None)
+    if head is None:
+        head = model.model.embed_tokens  # some models with tied weights have no other
     seconds = []
     with torch.inference_mode(), forward_context(ForwardContext(attn_backend=runner.attn_backend)):
         for _ in range(repeat):

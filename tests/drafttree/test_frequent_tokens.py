@@ -1,4 +1,4 @@
-"""The order of frequency that tokenizers tell."""
+"""The order of frequency in the files of tokenizers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tiny_models import add_byte_tokenizer
 
 from drafttree.frequent_tokens import frequent_tokens
 
-VOCAB = {"<s>": 9, "a": 4, "b": 0, "c": 7, "ab": 8, "abc": 1, "bc": 3, "ca": 2, "none": 6}
+VOCAB = {"<s>": 9, "a": 4, "none": 6, "b": 0, "ab": 8, "abc": 1, "bc": 3, "ca": 2, "<0x0A>": 7}
 MERGES = [["a", "b"], ["ab", "c"], ["a", "bc"], ["c", "a"], ["b", "c"]]
-"""Two pairs are joined to one token. Some tokens are unused, and no pair is joined to `none`."""
+"""Two pairs are joined to one token, and none to `none`."""
 
 
 def save(folder: Path, model: dict[str, Any], special: tuple[int, ...] = (9,)) -> Path:
@@ -23,13 +23,15 @@ def save(folder: Path, model: dict[str, Any], special: tuple[int, ...] = (9,)) -
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_merged_tokens_come_in_the_order_of_their_merges(tmp_path: Path, as_text: bool) -> None:
+@pytest.mark.parametrize("kind", [{"type": "BPE"}, {"type": None}, {}])
+def test_merged_tokens_come_in_the_order_of_their_merges(
+    tmp_path: Path, kind: dict[str, Any], as_text: bool
+) -> None:
     merges = [" ".join(pair) if as_text else pair for pair in MERGES]
-    save(tmp_path, {"type": "BPE", "vocab": VOCAB, "merges": merges})
-    first = {9, 4, 0, 7, 6}
-    for count, more in ((5, set()), (6, {8}), (7, {8, 1}), (8, {8, 1, 2}), (20, {8, 1, 2, 3})):
-        assert frequent_tokens(tmp_path, count, 10) == sorted(first | more)
-    assert frequent_tokens(tmp_path, 3, 10) == sorted({9, 4, 0})
+    save(tmp_path, {**kind, "vocab": VOCAB, "merges": merges})
+    in_order = [9, 4, 0, 7, 8, 1, 2, 3, 6]
+    for count in range(12):
+        assert frequent_tokens(tmp_path, count, 10) == sorted(in_order[:count])
 
 
 def test_unigrams_come_by_their_scores(tmp_path: Path) -> None:
@@ -41,17 +43,20 @@ def test_unigrams_come_by_their_scores(tmp_path: Path) -> None:
 def test_tokens_without_logits_are_left_out(tmp_path: Path) -> None:
     save(tmp_path, {"type": "BPE", "vocab": VOCAB, "merges": MERGES}, (9, 12))
     assert frequent_tokens(tmp_path, 20, 8) == [0, 1, 2, 3, 4, 6, 7]
+    assert frequent_tokens(tmp_path, 3, 8) == [0, 4, 7]
 
 
 def test_real_files_are_read(tmp_path: Path) -> None:
     pairs = [("a", "b"), ("ab", "c"), ("x", "y")]
     add_byte_tokenizer(tmp_path, 512, merges=pairs)
-    parts = [*range(509)]
-    assert frequent_tokens(tmp_path, 511, 512) == [*parts, 509, 510]
+    bytes_and_joined = [*range(258), *range(509, 512)]
+    assert frequent_tokens(tmp_path, 261, 512) == bytes_and_joined
+    assert frequent_tokens(tmp_path, 260, 512) == bytes_and_joined[:-1]
+    assert frequent_tokens(tmp_path, 262, 512) == sorted([*bytes_and_joined, 258])
 
 
 @pytest.mark.parametrize("kind", ["WordPiece", None])
-def test_other_tokenizers_tell_no_order(tmp_path: Path, kind: str | None) -> None:
+def test_other_tokenizers_have_no_order(tmp_path: Path, kind: str | None) -> None:
     assert frequent_tokens(tmp_path, 4, 10) is None
     save(tmp_path, {"type": kind, "vocab": VOCAB})
     assert frequent_tokens(tmp_path, 4, 10) is None

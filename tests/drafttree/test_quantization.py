@@ -110,7 +110,12 @@ def set_architecture(folder: Path, **values: object) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (remove_weights, r"no config\.json with \.safetensors files"),
+        (remove_weights, r"has no model\.safetensors: name a model in safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
+            r"index\.json is damaged",
+        ),
         (remove_a_weight, r"do not have model\.layers\.1\.mlp\.up_proj\.weight"),
         (damage_weights, r"model\.safetensors cannot be read"),
         (lambda folder: set_architecture(folder, model_type="none"), "cannot be read"),
@@ -125,7 +130,7 @@ def set_architecture(folder: Path, **values: object) -> None:
                 num_local_experts=2,
                 architectures=["MixtralForCausalLM"],
             ),
-            "has experts",
+            r"such as those of experts, .*: model\.layers\.0\.",
         ),
         (lambda folder: set_architecture(folder, model_type="gpt2"), "has no linear layers"),
     ],
@@ -141,6 +146,18 @@ def test_what_cannot_be_quantized_is_refused(
     with pytest.raises(ValueError, match=complaint):
         quantize(folder, tmp_path / "copy", quiet)
     assert [*tmp_path.iterdir()] == [folder], "nothing half-written is left"
+
+
+def test_weights_in_another_format_are_left_out(model: Path, tmp_path: Path) -> None:
+    """Engines would read them in place of those that are quantized."""
+    folder = split(model, tmp_path)
+    save_file({"weight": torch.ones(1)}, folder / "consolidated.safetensors")
+    for name in ("params.json", "consolidated.safetensors.index.json", "notes.json"):
+        (folder / name).write_text("{}")
+    quantize(folder, tmp_path / "copy", quiet)
+    made = {file.name for file in (tmp_path / "copy").iterdir()}
+    weights = {"model-0.safetensors", "model-1.safetensors", "model.safetensors.index.json"}
+    assert made == weights | {"config.json", "notes.json"}
 
 
 def test_the_command(model: Path, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_quantised_weights(
 def test_quantised_weights_of_target_and_draft_model(
     method: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """RSD's draft model is the target. Lyanna's layer has the target's embeddings and head."""
+    """RSD's draft model is rounded like the target. Lyanna's layer has its embeddings and head."""
     (tmp_path / "target").mkdir()
     model = quantise(tiny_llama, tmp_path / "target", "int8")
     draft, options = tmp_path / "draft", {}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hot_drafts
 import make_widened_model
 import pytest
 from random_prompts import some_prompts
@@ -83,8 +84,14 @@ def test_prompts_are_scored_by_the_target_alone(
     case = Case(some_prompts(6), GREEDY, logprobs=1, scored=True)
     (plain,), _ = run_sglang(model, [case], drafted=False)
     options = {"tree": "beam:3x3", "head": 400}
-    (drafted,), log = run_sglang(model, [case], options, method="rsd", draft_model=draft)
+    (drafted,), log = run_sglang(
+        *(model, [case], options),
+        method="rsd",
+        draft_model=draft,
+        variables=hot_drafts.ENVIRONMENT,
+    )
     assert "RSD drafts the 400 most frequent of 512 tokens" in log
+    hot_drafts.check_drafts(log, [1, 3, 3])
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
     for mine, theirs, prompt in zip(drafted.scores, plain.scores, case.prompts, strict=True):

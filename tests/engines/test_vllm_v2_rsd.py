@@ -7,6 +7,7 @@ from typing import Any
 
 import draft_rows
 import forbid_waiting
+import hot_drafts
 import pytest
 import scripted_shapes
 import small_chunks
@@ -190,8 +191,10 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
         Case(PROMPTS, chosen),
     ]
     plainly, _ = run_v2(model, cases)
-    answers, log = run_v2(model, cases, "rsd", draft, head=400)
+    answers, log = run_v2(model, cases, "rsd", draft, hot_drafts.ENVIRONMENT, head=400)
     assert "RSD drafts the 400 most frequent of 512 tokens" in log
+    assert sum(each.drafted for each in hot_drafts.shown(log)) > 100
+    assert not any(each.cold or each.before for each in hot_drafts.shown(log))
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens
     assert answers[0].counters["draft_tokens"] > 0

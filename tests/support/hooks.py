@@ -14,6 +14,7 @@ import faults
 import flash_stand_in
 import forbid_device_sync
 import forbid_waiting
+import hot_drafts
 import int8_on_cpu
 import lyanna_states
 import newer_transformers
@@ -54,6 +55,8 @@ def install() -> None:
         drafter_calls.record(file)
     if os.environ.get(draft_rows.VARIABLE):
         draft_rows.enable()
+    if os.environ.get(hot_drafts.VARIABLE):
+        hot_drafts.enable()
     if os.environ.get(scripted_shapes.VARIABLE):
         scripted_shapes.enable()
     if os.environ.get(straying_ranks.VARIABLE):

@@ -33,7 +33,6 @@ from drafttree.sglang.drafters.with_model import ModelDraftingWorker
 from drafttree.sglang.graphs.draft_model import DraftModelGraphs
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import whole_trees
-from drafttree.sglang.model_parts import output_head, text_model
 from drafttree.sglang.patches import install_acceptance_sampler, replace_logits
 from drafttree.sglang.penalties import Penalties, has_penalties
 from drafttree.sglang.state import Proposal, Step
@@ -110,8 +109,7 @@ class DraftModelWorker(ModelDraftingWorker):
         # not, and none of a prompt.
         self._draws = False
         runner = self._draft_worker.draft_runner
-        model = text_model(runner.model)
-        head = replace_logits(model.logits_processor, output_head(model), self._draft_logits)
+        head = replace_logits(runner.model, self._draft_logits)
         self.drafter.read_head(head, runner.model_config.hidden_size, runner.dtype)
         self._seeds = Seeds(self._device, target_worker.random_seed)
         install_acceptance_sampler(self._runner)

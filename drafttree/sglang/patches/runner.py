@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -143,24 +142,27 @@ def verify_in_graphs(runner: Any) -> None:
 
 
 def replace_logits(
-    processor: Any, lm_head: Any, logits: Callable[[torch.Tensor, Head], torch.Tensor]
+    model: torch.nn.Module, logits: Callable[[torch.Tensor, Head], torch.Tensor]
 ) -> Head:
     """Let another function compute a draft model's logits.
 
     Args:
-        processor: The draft model's logits processor.
-        lm_head: Its output head.
+        model: The draft model.
         logits: `(states [N, d], head) -> [N, V]`, called in each forward with the states of which
             logits are needed and the model's own head.
 
     Returns:
-        The model's own head.
+        The model's own head, which raises a ValueError if it is not of SGLang's kind.
 
     Raises:
-        RuntimeError: The patch does not fit this SGLang, or this model.
+        RuntimeError: The patch does not fit this SGLang.
     """
-    from sglang.srt.layers.logits_processor import LogitsMetadata
+    from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    processors = [each for each in model.modules() if isinstance(each, LogitsProcessor)]
+    own = [each._get_logits for each in processors]
 
     def wrap(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def get_logits(states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -169,11 +171,22 @@ def replace_logits(
         return get_logits
 
     expected = ["hidden_states", "lm_head", "logits_metadata", "embedding_bias"]
-    replace_function(
-        processor, "_get_logits", wrap, expected=[*expected, "use_logits_buffer"], unknown=unknown
-    )
-    stock = inspect.unwrap(processor._get_logits)
-    return lambda states: stock(states, lm_head, LogitsMetadata(ForwardMode.DECODE))
+    expected.append("use_logits_buffer")
+    for each in processors:
+        replace_function(each, "_get_logits", wrap, expected=expected, unknown=unknown)
+
+    def head(states: torch.Tensor) -> torch.Tensor:
+        # Models with tied weights may have no head but their embeddings.
+        kinds = ParallelLMHead, VocabParallelEmbedding
+        heads = next(
+            (found for kind in kinds if (found := [m for m in model.modules() if type(m) is kind])),
+            [],
+        )
+        if len(own) != 1 or len(heads) != 1:
+            raise ValueError("the parts of it that compute logits are not known")
+        return own[0](states, heads[0], LogitsMetadata(ForwardMode.DECODE))
+
+    return head
 
 
 def publish_reads(runner: Any) -> None:

@@ -112,8 +112,8 @@ class _GraphModel(Model):
         super().__init__(self._after)
 
     def modules(self) -> list[Any]:
-        """None whose kernels could be tuned."""
-        return []
+        """Those that a worker looks for, without kernels that could be tuned."""
+        return [self.logits_processor]
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
         """Logits after each row, and as hidden states if these are asked for."""

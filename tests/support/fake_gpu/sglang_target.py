@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -219,27 +219,35 @@ class DraftWorker(TargetWorker):
         return found
 
 
-def _get_logits(
-    hidden_states: torch.Tensor,
-    lm_head: Any,
-    logits_metadata: Any,
-    embedding_bias: torch.Tensor | None = None,
-    use_logits_buffer: bool = True,
-) -> torch.Tensor:
-    return hidden_states
+class _Logits(LogitsProcessor):
+    """The logits are the hidden states."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+    def _compute_lm_head(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states
+
+    def _get_logits(
+        self,
+        hidden_states: torch.Tensor,
+        lm_head: Any,
+        logits_metadata: Any,
+        embedding_bias: torch.Tensor | None = None,
+        use_logits_buffer: bool = True,
+    ) -> torch.Tensor:
+        return hidden_states
 
 
 class Model(torch.nn.Module):
     """As much of the target's model as a worker reads; hidden states are logits."""
 
-    lm_head = "head"
+    lm_head = None
 
     def __init__(self, embeddings: torch.Tensor) -> None:
         super().__init__()
         self._embeddings = embeddings
-        self.logits_processor = SimpleNamespace(
-            _compute_lm_head=lambda hidden, head: hidden, _get_logits=_get_logits
-        )
+        self.logits_processor = _Logits()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of rows, as a forward computes them."""
