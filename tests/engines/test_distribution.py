@@ -162,7 +162,7 @@ def test_rsd_of_frequent_tokens(host: Host, target: Path, draft: Path, tmp_path:
     (answer, greedy, mixed), log = serve(
         host, tmp_path, cases, "rsd", options, draft, environment=hot_drafts.ENVIRONMENT
     )
-    hot_drafts.check_drafts(log, {"vllm": [1, 3, 3], "sglang": [1, 2]}[host.name])
+    hot_drafts.check_drafts(log)
     assert answer.counters["accepted_tokens"] > 0.2 * answer.counters["steps"]
     assert answer.counters["non_first_child_accepted"] > 0
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001

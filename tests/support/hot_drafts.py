@@ -61,16 +61,18 @@ def shown(log: str) -> list[Draft]:
     return [Draft(*json.loads(line)) for line in lines]
 
 
-def check_drafts(log: str, levels: list[int]) -> None:
-    """Check that hot tokens alone were drafted, and logits computed for these levels alone.
+def check_drafts(log: str, levels: list[int] | None = None) -> None:
+    """Check that hot tokens alone were drafted, and logits computed for drafts alone.
 
     Args:
         log: The engine's log.
-        levels: Rows of each request in each forward that drafts.
+        levels: Nodes of a request in each forward that drafts; None if the engine may leave some
+            out.
     """
     drafts = shown(log)
     assert sum(draft.drafted for draft in drafts) > 100
     for draft in drafts:
         assert draft.cold == draft.before == 0
-        requests = draft.rows[0] // levels[0]
-        assert draft.rows == [requests * level for level in levels]
+        assert draft.rows
+        if levels is not None:
+            assert draft.rows == [draft.rows[0] // levels[0] * level for level in levels]
