@@ -161,6 +161,7 @@ def _quantize_file(file: Path, output: Path, linear: set[str]) -> list[str]:
         save_file(made, output, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{output} cannot be written: {error}") from error
+    shutil.copymode(file, output)  # it was made for its owner alone
     return [*made]
 
 

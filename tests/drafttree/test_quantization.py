@@ -28,7 +28,9 @@ def quiet(line: str) -> None:
 def test_linear_layers_alone_are_rounded(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "more" / "copy"
     lines: list[str] = []
+    (model / "model.safetensors").chmod(0o644)
     quantize(model, copy, lines.append)
+    assert (copy / "model.safetensors").stat().st_mode & 0o777 == 0o644
     assert lines == ["Rounding the weights in model.safetensors"]
     own, made = (load_file(folder / "model.safetensors") for folder in (model, copy))
     linear = {name for name in own if name.endswith("_proj.weight")}
