@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-_FILE = "tokenizer.json"
+from drafttree.model_files import FAST_TOKENIZER
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -34,7 +34,7 @@ def frequent_tokens(folder: Path, count: int, vocab_size: int) -> list[int] | No
     Raises:
         ValueError: The file is damaged.
     """
-    file = folder / _FILE
+    file = folder / FAST_TOKENIZER
     if not file.is_file():
         return None
     try:

@@ -26,10 +26,13 @@ class HotHead:
         tokens: Int `[H]`, the hot tokens.
         width: The size of hidden states, d.
         dtype: Data type of the states.
+
+    Attributes:
+        tokens: `int64 [H]`, the hot tokens.
     """
 
     def __init__(self, tokens: Tensor, width: int, dtype: torch.dtype) -> None:
-        self._tokens = tokens.long()
+        self.tokens = tokens.long()
         # On a CPU the product has a copy of its own.
         rows = 0 if tokens.device.type == "cpu" else len(tokens)
         self._weight = torch.zeros(rows, width, dtype=dtype, device=tokens.device)
@@ -54,12 +57,12 @@ class HotHead:
         """
         weight = self._weight
         if not len(weight):
-            weight = weight.new_empty(len(self._tokens), weight.shape[1])
+            weight = weight.new_empty(len(self.tokens), weight.shape[1])
         for first in range(0, weight.shape[1], _ROWS):
             columns = weight[:, first : first + _ROWS]
             units = weight.new_zeros(columns.shape[1], weight.shape[1])
             units[:, first:].fill_diagonal_(1)
-            columns.copy_(head(units)[:, self._tokens].T)
+            columns.copy_(head(units)[:, self.tokens].T)
         self._product = Linear(weight)
 
     def logits(self, states: Tensor) -> Tensor:

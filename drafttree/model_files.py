@@ -47,8 +47,9 @@ _SAMPLE_SIZE = 4096
 _SAMPLES = 1024
 _MIN_SAMPLES = 16
 
-# A fast tokenizer is one file. Without it, all of these determine the token ids.
-_FAST_TOKENIZER = "tokenizer.json"
+FAST_TOKENIZER = "tokenizer.json"
+"""The only file of a fast tokenizer."""
+# Without it, all of these determine the token ids.
 _TOKENIZER_PARTS = (
     "*.model",
     "*.tiktoken",
@@ -179,10 +180,10 @@ def tokenizer_fingerprint(folder: Path) -> str:
     Raises:
         ValueError: The folder has no tokenizer, or it cannot be read.
     """
-    files = _found(folder, (_FAST_TOKENIZER,)) or _found(folder, _TOKENIZER_PARTS)
+    files = _found(folder, (FAST_TOKENIZER,)) or _found(folder, _TOKENIZER_PARTS)
     if not files:
         raise ValueError(
-            f"{folder} has no tokenizer: expected {_FAST_TOKENIZER}, or files such as "
+            f"{folder} has no tokenizer: expected {FAST_TOKENIZER}, or files such as "
             "tokenizer.model or vocab.json"
         )
     digest = hashlib.sha256()
@@ -287,7 +288,7 @@ def _fast_tokenizer(model: ModelSource) -> Path | None:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(model.name, _FAST_TOKENIZER, revision=model.revision)
+        found = cached_file(model.name, FAST_TOKENIZER, revision=model.revision)
     except OSError:
         return None
     return Path(found) if found is not None else None

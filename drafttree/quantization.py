@@ -1,4 +1,4 @@
-"""Copies of models with 8-bit weights, as draft models that take less time to read.
+"""Copies of models with 8-bit weights, which are faster draft models.
 
 Weights of linear layers are rounded to 8 bits with one scale for each row, and engines round the
 layers' inputs to 8 bits with one scale for each token (W8A8). A draft model needs no calibration:
@@ -21,7 +21,7 @@ _MOST = 127
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 _NOT_COPIED = {_INDEX, "params.json", "consolidated.safetensors.index.json"}
-"""Files that tell engines of weights in other files, as in folders of Mistral's."""
+"""Files by which engines find weights in other files, as in Mistral's folders."""
 
 
 def quantize(model: Path, output: Path, report: Callable[[str], None]) -> None:
@@ -124,7 +124,7 @@ def _linear_layers(model: Path) -> tuple[set[str], str]:
 
 
 def _quantization_config(head: str) -> dict[str, Any]:
-    """The configuration that tells engines the format."""
+    """The `quantization_config` of the format, for a model with this output head."""
     of_both = {"num_bits": 8, "type": "int", "symmetric": True}
     return {
         "quant_method": "compressed-tensors",

@@ -117,11 +117,11 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
 
     def logits(self, states: Tensor, head: Head) -> Tensor:
         """Logits `[N, V]` of the draft model's states `[N, d]`."""
-        if self._hot is None or self._hot_head is None:
+        if self._hot_head is None:
             return head(states)
         hot = self._hot_head.logits(states).float()
         logits = hot.new_full((len(states), self._vocab_size), _NOT_DRAFTED)
-        return logits.index_copy_(1, self._hot, hot)
+        return logits.index_copy_(1, self._hot_head.tokens, hot)
 
     def share_trees(self, tables: RankTables, group: Group | None = None) -> None:
         """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.

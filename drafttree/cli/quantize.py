@@ -19,7 +19,7 @@ def quantize(
     ],
     output: Annotated[Path, typer.Argument(help="A new folder for the copy.", show_default=False)],
 ) -> None:
-    """Save a copy of a model with 8-bit weights, which drafts in less time."""
+    """Save a copy of a model with 8-bit weights, which is a faster draft model."""
     from drafttree.model_files import local_folder
     from drafttree.quantization import quantize as quantize_model  # it takes seconds to import
 

@@ -24,13 +24,13 @@ def enable() -> None:
     load, attend = draft_model.load_draft_model, DraftLayer.attend
 
     def load_and_count(*args: Any) -> Any:
-        loaded = load(*args)
+        model = load(*args)
 
         def count(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
             forwards.append(len(kwargs["input_ids"]))
 
-        loaded.model.register_forward_pre_hook(count, with_kwargs=True)
-        return loaded
+        model.register_forward_pre_hook(count, with_kwargs=True)
+        return model
 
     def attend_and_count(self: Any, q: Any, *args: Any) -> Any:
         forwards.append(len(q))

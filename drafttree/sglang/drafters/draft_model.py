@@ -205,7 +205,7 @@ class DraftModelWorker(ModelDraftingWorker):
             # parts of a node's KV must be of one token.
             trees = broadcast_trees(trees, trees.tokens.shape[1] - 1, self._group)
             logits = self._forward_draft(batch, trees, first)
-            if not self._draws_from(trees):
+            if not self._draws:
                 return logits
             logits = logits.float()
             if has_penalties(batch):
@@ -223,10 +223,6 @@ class DraftModelWorker(ModelDraftingWorker):
         )
         self.draft_seconds += perf_counter() - started
         return Proposal(trees, lambda verified: self.drafter.acceptance_rule(verified, drawn))
-
-    def _draws_from(self, trees: DraftTree) -> bool:
-        """Whether children of the trees' last columns are drawn; none are below the leaves."""
-        return trees.tokens.shape[1] < self._columns
 
     def _forward_draft(self, batch: Any, trees: DraftTree, first: int) -> torch.Tensor:
         """The draft model's logits of the nodes from column `first` on, `[B, N - first, V]`.
@@ -248,7 +244,7 @@ class DraftModelWorker(ModelDraftingWorker):
         prepare_verify(batch, read, depth, self.req_to_token_pool.req_to_token, cached)
         worker, graphs = self._draft_worker.draft_worker, self._draft_worker.graphs
         with nullcontext() if graphs is None else graphs.used():
-            self._draws = self._draws_from(trees)
+            self._draws = columns < self._columns  # nothing is drawn below the leaves
             output = worker.forward_batch_generation(batch, is_verify=True).logits_output
         logits: torch.Tensor = output.next_token_logits
         if not self._draws:

@@ -161,7 +161,10 @@ def replace_logits(
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    processors = [each for each in model.modules() if isinstance(each, LogitsProcessor)]
+    def modules(kind: type) -> list[Any]:
+        return [each for each in model.modules() if isinstance(each, kind)]
+
+    processors = modules(LogitsProcessor)
     own = [each._get_logits for each in processors]
 
     def wrap(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -170,18 +173,16 @@ def replace_logits(
 
         return get_logits
 
-    expected = ["hidden_states", "lm_head", "logits_metadata", "embedding_bias"]
-    expected.append("use_logits_buffer")
+    expected = [
+        *("hidden_states", "lm_head", "logits_metadata"),
+        *("embedding_bias", "use_logits_buffer"),
+    ]
     for each in processors:
         replace_function(each, "_get_logits", wrap, expected=expected, unknown=unknown)
 
     def head(states: torch.Tensor) -> torch.Tensor:
-        # Models with tied weights may have no head but their embeddings.
-        kinds = ParallelLMHead, VocabParallelEmbedding
-        heads = next(
-            (found for kind in kinds if (found := [m for m in model.modules() if type(m) is kind])),
-            [],
-        )
+        # Models with tied weights may have embeddings alone, which are of the head's base class.
+        heads = modules(ParallelLMHead) or modules(VocabParallelEmbedding)
         if len(own) != 1 or len(heads) != 1:
             raise ValueError("the parts of it that compute logits are not known")
         return own[0](states, heads[0], LogitsMetadata(ForwardMode.DECODE))

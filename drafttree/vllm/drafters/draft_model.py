@@ -70,9 +70,9 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._rule_sampler = AcceptanceSampler(self.sampler)
 
     def _load_drafter(self) -> None:
-        loaded = load_draft_model(self._draft_path, self.vllm_config, self.load_config)
-        self._draft_model = loaded.model
-        self._drafter.read_head(loaded.model.compute_logits, loaded.hidden_size, self.dtype)
+        self._draft_model = load_draft_model(
+            self._draft_path, self.vllm_config, self.load_config, self._drafter
+        )
         rows = self.scheduler_config.max_num_batched_tokens
         self._draft_graphs = DraftGraphs(self._draft_model, rows, self.device)
         self._draft_graphs.capture_with(self.get_model(), lambda: self._step is not None)

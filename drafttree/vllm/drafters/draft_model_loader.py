@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.compilation.backends import set_model_tag
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
 
+from drafttree.model_drafters import DraftModelDrafter
 from drafttree.vllm.checks import check_full_attention
 
 PREFIX = "draft_model"
 """Prefix of the draft model's layers in the engine's registry of layers."""
 
 
-class DraftModel(NamedTuple):
-    """A draft model.
-
-    Attributes:
-        model: vLLM's model.
-        hidden_size: Size of its hidden states.
-    """
-
-    model: Any
-    hidden_size: int
-
-
-def load_draft_model(path: str, engine: VllmConfig, load: LoadConfig) -> DraftModel:
+def load_draft_model(
+    path: str, engine: VllmConfig, load: LoadConfig, drafter: DraftModelDrafter
+) -> Any:
     """Load a draft model as the engine loads a target; the target must be loaded already.
 
     Args:
         path: The draft model's folder.
         engine: The engine's configuration, in which the layers are registered.
         load: How the engine loads models.
+        drafter: The drafter, which reads the model's output head.
+
+    Returns:
+        vLLM's model.
 
     Raises:
         ValueError: The engine cannot serve the two models together.
@@ -56,7 +51,9 @@ def load_draft_model(path: str, engine: VllmConfig, load: LoadConfig) -> DraftMo
     with set_model_tag(PREFIX):
         model = get_model(vllm_config=config, prefix=PREFIX)
     _check_heads(path, engine.compilation_config.static_forward_context)
-    return DraftModel(model, config.model_config.get_hidden_size())
+    hidden_size = config.model_config.get_hidden_size()
+    drafter.read_head(model.compute_logits, hidden_size, config.model_config.dtype)
+    return model
 
 
 def _check_heads(path: str, layers: dict[str, Any]) -> None:

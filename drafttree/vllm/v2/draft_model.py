@@ -71,9 +71,9 @@ class DraftModelRunnerV2(InStepRunnerV2):
         check_sampler(self.sampler, self.max_num_reqs)
         self._drafter = method.drafter(options, self._target())
         path = str(options.model)
-        loaded = load_draft_model(path, self.vllm_config, self.load_config)
-        self._draft_model = loaded.model
-        self._drafter.read_head(loaded.model.compute_logits, loaded.hidden_size, self.dtype)
+        self._draft_model = load_draft_model(
+            path, self.vllm_config, self.load_config, self._drafter
+        )
         rows = self.scheduler_config.max_num_batched_tokens
         self._draft_graphs = DraftGraphs(self._draft_model, rows, self.device)
         self._draft_graphs.capture_with(self.get_model(), lambda: self._step is not None)

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from drafttree.method import HIDDEN_STATE, Method
 from drafttree.target import Target
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
-from drafttree.vllm.drafters import draft_layer, draft_model_loader
+from drafttree.vllm.drafters import draft_layer
 from drafttree.vllm.drafters.draft_layer import LAYER
 from drafttree.vllm.drafters.draft_model_loader import PREFIX
 from drafttree.vllm.step_masks import StepMasks
@@ -262,8 +262,7 @@ def loads_draft_model(runner: Runner, module: Any) -> Iterator[None]:
     runner.caches[DRAFTED], runner.reads = new_cache(runner.device), []
     captures = runner.device.type == "cuda" and runner.captured
     model = DraftModel(runner, piece if captures else None)
-    loaded = draft_model_loader.DraftModel(model, hidden_size=2)
-    with mock.patch.object(module, "load_draft_model", return_value=loaded):
+    with mock.patch.object(module, "load_draft_model", return_value=model):
         yield
     if captures:
         capture(runner, BUDGET, runner.captured)

@@ -76,7 +76,6 @@ class Stock(GPUModelRunner):
     def __init__(self, weights: torch.Tensor, device: torch.device) -> None:
         self.device, self.weights = device, weights.to(device)
         self.max_num_reqs, self.max_model_len = MAX_REQUESTS, MAX_LEN
-        self.dtype = torch.float32
         self.scheduler_config = SimpleNamespace(
             max_num_batched_tokens=BUDGET, max_num_scheduled_tokens=None, scheduler_cls=None
         )

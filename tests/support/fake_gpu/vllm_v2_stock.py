@@ -140,7 +140,6 @@ class Stock(GPUModelRunner):
         self.caches = {TARGET: new_cache(device)}
         self.uncounted: Any = nullcontext
         self.max_num_reqs, self.max_model_len = MAX_REQUESTS, MAX_LEN
-        self.dtype = torch.float32
         self.num_speculative_steps = num_draft_tokens
         self.decode_query_len = 1 + num_draft_tokens
         self.scheduler_config = SimpleNamespace(
